@@ -49,7 +49,7 @@ def metrics(run_dir: Path, name: str) -> list[float]:
 
 
 def run_process(
-    *command: str, env: dict[str, str] | None = None, cwd: Path = ROOT, timeout: float = 600
+    *command: str, env: dict[str, str] | None = None, cwd: Path = ROOT, timeout: float = 1200
 ) -> subprocess.CompletedProcess[str]:
     """A command as a user types it, from the repository's root or from ``cwd``; what outlasts it is ended with it."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
@@ -60,7 +60,7 @@ def run_process(
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.terminate()  # scripts stop the Ray head that they started
-        out, err = process.communicate(timeout=600)
+        out, err = process.communicate(timeout=1200)
         pytest.fail(f"{command[:3]} took longer than {timeout} s:\n{out[-2000:]}\n{err[-2000:]}")
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 

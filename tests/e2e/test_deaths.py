@@ -110,7 +110,7 @@ def assert_nothing_left(session: Path, members: list[psutil.Process]) -> None:
 def test_a_frozen_trainer_is_named_and_the_command_goes_on_by_itself(small: Path, record_property: Record) -> None:
     process = start(small, "--hang-timeout", "2", "--max-restarts", "2")
     session, members = hurt(process, small, "ray::trainer", signal.SIGSTOP)
-    out, _ = process.communicate(timeout=600)
+    out, _ = process.communicate(timeout=1200)
     assert process.returncode == 0, out
     assert re.search(
         r"error: trainer_0 \(process \d+ on \S+\) was stopped for \d+\.\d s \(SIGSTOP\).*trainer_0\.log", out
@@ -135,7 +135,7 @@ def test_a_frozen_trainer_is_named_and_the_command_goes_on_by_itself(small: Path
 def test_a_daemon_that_is_stopped_when_all_is_done(small: Path, what: str) -> None:
     process = start(small, "--hang-timeout", "20")
     session, members = hurt(process, small, what, signal.SIGSTOP, after=ROLLOUTS)
-    out, _ = process.communicate(timeout=600)
+    out, _ = process.communicate(timeout=1200)
     assert process.returncode == 0, out
     assert "(SIGSTOP) and runs again" in out
     assert_nothing_left(session, members)
@@ -156,7 +156,7 @@ def test_each_process_of_a_run(small: Path, what: str, number: int, record_prope
     session, members, victim = session_of(process), family(process), find(process, what)
     victim.send_signal(number)
     began = time.monotonic()
-    out, _ = process.communicate(timeout=600)
+    out, _ = process.communicate(timeout=1200)
     end = f"{time.monotonic() - began:.1f} until the " + ("exit" if process.returncode else "end of the run")
     record_property("seconds", ", ".join(filter(None, (until_ended(out), end))))
     print(f"{what} {number!r}: exit {process.returncode}, {end}\n{out[-1500:]}")
@@ -202,7 +202,7 @@ def test_the_kernel_kills_the_trainer_for_its_memory(small: Path, small_group: P
     one, two = small_group / "memory.limit_in_bytes", small_group / "memory.max"
     (one if one.exists() else two).write_text(str(1 << 20))
     began = time.monotonic()
-    out, _ = process.communicate(timeout=600)
+    out, _ = process.communicate(timeout=1200)
     record_property("seconds", f"{time.monotonic() - began:.1f} until the exit")
     assert process.returncode == 1
     said = rf"train.py: trainer_0 \(process {victim.pid} on \S+\) was killed: in the last 30 s the kernel has killed "

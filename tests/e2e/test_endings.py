@@ -130,7 +130,7 @@ def start(args: list[str], run: Path, *flags: str, **variables: str) -> subproce
     )
 
 
-def wait_until(true: Callable[[], object], process: subprocess.Popen[str], seconds: float = 600) -> None:
+def wait_until(true: Callable[[], object], process: subprocess.Popen[str], seconds: float = 1200) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -247,7 +247,7 @@ def test_ray_is_closed_to_others_and_sigterm_for_all_in_training_leaves_nothing(
     finally:
         # as `timeout` and shells do it
         os.killpg(process.pid, signal.SIGTERM)
-        out, _ = process.communicate(timeout=600)
+        out, _ = process.communicate(timeout=1200)
     assert process.returncode == 143, out
     assert out.splitlines()[-2] == "SIGTERM: the run is shutting down; a second SIGTERM ends it at once"
     assert out.splitlines()[-1].startswith("interrupted before the end of its first rollout, ")

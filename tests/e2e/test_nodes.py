@@ -168,7 +168,7 @@ def test_a_run_goes_on_with_the_node_that_is_left(
             time.sleep(0.2)
         killed = time.monotonic()
         nodes[1].kill()
-        _, err = run.communicate(timeout=600)
+        _, err = run.communicate(timeout=1200)
         record_property("seconds", f"{time.monotonic() - killed:.0f} until the last of 12 rollouts")
         assert run.returncode == 0, err
         assert "this start uses --actor-num-nodes 1\n" in err, "the node that is left has room for both engines"
@@ -253,7 +253,7 @@ def test_a_job_from_outside_a_folder_of_each_node_and_a_lost_node(
             time.sleep(0.2)
         assert [line for line in nodes[0].left(0) if "ray::trainer" in line]
         nodes[1].kill()
-        _, err = run.communicate(timeout=600)
+        _, err = run.communicate(timeout=1200)
         assert run.returncode == 1
         assert "Traceback" not in err
         first, _, second = err.partition("start 2 of 4")
