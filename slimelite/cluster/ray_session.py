@@ -172,8 +172,9 @@ def _start(bundles: int) -> None:
 
 def _slow(folder: str) -> bool:
     """Whether this process's last Ray gave up because one of Ray's own processes began too late."""
-    errors = max(Path(folder, "ray").glob(f"session_*_{os.getpid()}/logs/raylet.err"), default=None)
-    return errors is not None and SLOW in errors.read_text(errors="replace")
+    session = max(Path(folder, "ray").glob(f"session_*_{os.getpid()}"), default=Path())
+    errors = session / "logs" / "raylet.err"
+    return errors.exists() and SLOW in errors.read_text(errors="replace")
 
 
 @contextmanager
