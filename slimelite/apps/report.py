@@ -208,7 +208,7 @@ def spent(run: Run) -> tuple[float, float, float]:
 
 
 def _scores(journey: Path, run: Run, later: Run | None) -> Iterator[tuple[str, str]]:
-    """(name, score with its error) after the stage. If a name comes several times, the last of its scores counts.
+    """Yield (name, score with its error) for the model after the stage. If a name comes several times, use its last.
 
     There are three sources, in this order: the evaluation of the ``later`` stage before its first step (if that stage
     began with this stage's model), the stage's own last evaluation, and `EVALUATIONS`.

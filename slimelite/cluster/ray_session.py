@@ -41,8 +41,8 @@ from slimelite.cluster.remote import ClusterError, MemoryShortage, not_there
 logger = logging.getLogger(__name__)
 
 TRIES = 2
-# Ray gives each of its own processes 15 s to begin, and no setting changes that. On a busy machine, or when the modules
-# come from a slow disk, 15 s can be too short, but a later attempt finds more of the files in memory.
+# Ray's raylet ends if one of its two agents does not begin within 15 s (a constant in WaitForPersistedPort of Ray 2.60;
+# ray issue 65983). On a busy machine, or when Python's modules come from a slow disk, a later attempt can succeed.
 SLOW_TRIES, SLOW = 8, "Timed out waiting for file"
 # free disk space that a start needs [bytes]; with less space, Ray starts, and then fails with errors that do not name
 # the disk
@@ -172,9 +172,9 @@ def _start(bundles: int) -> None:
 
 def _slow(folder: str) -> bool:
     """Whether this process's last Ray gave up because one of Ray's own processes began too late."""
-    session = max(Path(folder, "ray").glob(f"session_*_{os.getpid()}"), default=Path())
-    errors = session / "logs" / "raylet.err"
-    return errors.exists() and SLOW in errors.read_text(errors="replace")
+    sessions = sorted(Path(folder, "ray").glob(f"session_*_{os.getpid()}"))  # a name begins with the time of its start
+    errors = sessions[-1] / "logs" / "raylet.err" if sessions else None
+    return errors is not None and errors.exists() and SLOW in errors.read_text(errors="replace")
 
 
 @contextmanager

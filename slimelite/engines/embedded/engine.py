@@ -289,7 +289,7 @@ def read_eos_ids(model_path: str, config: PretrainedConfig) -> set[int]:
 
 
 def default_cache_tokens(shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> int:
-    """The number of tokens that fit into the default share of memory. The memory is allocated only when it is used."""
+    """The number of tokens whose keys and values fit into `cache_bytes`. Memory is allocated only when it is used."""
     return cache_bytes(device) // (2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize)
 
 

@@ -271,8 +271,8 @@ def together(scorings: Iterable[Scoring]) -> list[list[Scoring]]:
 
 
 def compute(group: Sequence[Scoring], decoder: Decoder) -> list[Scores]:
-    """Score all calls of a ``group`` from `together` in one pass. The pass computes the tokens before ``start`` only
-    once."""
+    """Score the calls of one ``group``, which `together` made, in one pass. The calls have the same tokens before
+    ``start``, so the pass computes these tokens only once."""
     first, device = group[0], decoder.weights.embed.device
     head = decoder.logits, len(decoder.weights.head.weight)
     if len(group) == 1:
