@@ -51,8 +51,9 @@ class Observed:
         return [e for e in self.episodes if e["kind"] == kind and part in (None, e["part"]) and not e["failure"]]
 
     def digests(self, part: str) -> dict[tuple[str, int], str]:
-        """(script, row) -> the digest of the episode."""
-        return {(e["name"], e["row"]): e["digest"] for e in self.episodes if e["part"] == part}
+        """(script, row) -> the digest of the episode. An episode with a call that took too long has none, because time
+        may end a call in one process and not in another."""
+        return {(e["name"], e["row"]): e["digest"] for e in self.episodes if e["part"] == part and not _timed_out(e)}
 
     def golden(self) -> list[Record]:
         """The episodes with golden answers, in the answer format that scores highest."""
@@ -67,6 +68,10 @@ class Finding(NamedTuple):
 
     check: str
     says: str
+
+
+def _timed_out(episode: Record) -> bool:
+    return bool(episode["failure"]) and episode["failure"][0] == "timeout"
 
 
 def mean(episodes: Sequence[Record]) -> float | None:
@@ -99,7 +104,7 @@ def judge(one: Observed, two: Observed) -> list[Finding]:
 def _runs(one: Observed, _: Observed) -> Iterator[str]:
     failures: dict[str, list[Record]] = {}
     for episode in one.episodes:
-        if episode["failure"] and episode["failure"][0] != "timeout":
+        if episode["failure"] and not _timed_out(episode):
             place = PLACE.search(episode["failure"][1])  # the same line may fail with different messages
             failures.setdefault(place[0] if place else episode["failure"][1], []).append(episode)
     for episodes in failures.values():
@@ -111,8 +116,8 @@ def _runs(one: Observed, _: Observed) -> Iterator[str]:
 
 @check("in time", "no call hangs or blocks the event loop")
 def _in_time(one: Observed, two: Observed) -> Iterator[str]:
-    for episode in one.episodes:
-        if episode["failure"] and episode["failure"][0] == "timeout":
+    for episode in [*one.episodes, *two.episodes]:
+        if _timed_out(episode):
             yield f"after {episode['name']}: {episode['failure'][1]}; the remaining checks were not run"
     hung = one.hung or two.hung
     if hung is not None:

@@ -103,6 +103,20 @@ def test_a_sound_environment_raises_no_alarm(data: Path, tmp_path: Path) -> None
     assert judge(observed_here("nim", None, tmp_path), Observed()) == []
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_call_without_an_answer_is_one_fault_whichever_process_made_it(
+    data: Path, tmp_path: Path, first: bool
+) -> None:
+    """The process ends there, so its episodes are fewer, and its last one is another than that of the other process."""
+    whole = observed_here(f"{FILE}:Sound", data, tmp_path)
+    (cut := Observed(labels=whole.labels)).episodes.append(
+        {**whole.episodes[0], "failure": ["timeout", "step took longer than 5 s"], "turns": [], "digest": "another"}
+    )
+    (finding,) = judge(*((cut, whole) if first else (whole, cut)))
+    assert finding.check == "in time"
+    assert finding.says.startswith("after nonsense: step took longer than 5 s; ")
+
+
 BLOCKING = """
 import time
 from slimelite.environments.protocol import Start, Step
@@ -145,7 +159,7 @@ def test_a_probe_that_waits_for_a_processor_does_not_hang(monkeypatch: pytest.Mo
 def test_processes_contain_hangs_and_crashes(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"{FILE}:{name}" for name in ("EndlessPattern", "Crashes")]
     status, reports = checked(
-        capsys, *words, "--prompt-data", str(data), "--call-timeout", "0.5", "--rows", "4", "--seconds", "5"
+        capsys, *words, "--prompt-data", str(data), "--call-timeout", "5", "--rows", "4", "--seconds", "600"
     )
     assert status == 1
     (hangs,), (crash,) = (report["faults"] for report in reports)

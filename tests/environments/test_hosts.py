@@ -196,7 +196,7 @@ def test_a_failure_is_one_message_and_bounded(said: str, kind: str, message: str
     async def play(host: Host) -> None:
         live, other = await host.open(), await host.open()
         await asyncio.gather(live.reset(ROW), other.reset(ROW))
-        host.call_seconds = 2.0
+        host.call_seconds = 2.0 if kind == "timeout" else PATIENT["call_seconds"]
         bad = asyncio.create_task(live.step({"content": said}))
         await asyncio.sleep(0.05)
         host.call_seconds = PATIENT["call_seconds"]
