@@ -26,8 +26,9 @@ OpenPage = Callable[..., "Page"]
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Chromium; its event loop runs in this thread, so it must not outlive the tests of a file."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=60_000)  # [ms], as a page may be slow on a busy machine
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
         pytest.fail("no browser found: install chromium (apt-get install chromium); without -m browser none is needed")

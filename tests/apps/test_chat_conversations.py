@@ -105,6 +105,25 @@ def test_markdown_code_tables_and_formulas_are_drawn_and_tokens_are_a_switch_awa
     body.locator("h1").wait_for()
 
 
+# a pause of the page does not end by itself; `paused` says that there is one
+ENDLESS_PAUSES = """((real) => {
+  window.setTimeout = (does, ms, ...more) => {
+    window.paused ||= ms >= 50;
+    return real(does, ms >= 50 ? 1e9 : ms, ...more);
+  };
+})(window.setTimeout)"""
+
+
+def test_an_answer_that_has_ended_is_rendered_at_once(chats: Any) -> None:
+    """The pause between two renderings is for the model, which has ended by then."""
+    chat = chats(engine := Scripted(["one two three"], allowed=1), rendered=True)
+    chat.page.evaluate(ENDLESS_PAUSES)
+    chat.ask("question")
+    chat.page.wait_for_function("() => window.paused")
+    engine.allowed = None
+    chat.says("one two three", 1)
+
+
 def test_none_of_these_texts_runs_or_leads_away(chats: Any) -> None:
     chat = chats(Scripted(["\n\n".join(XSS)]), rendered=True)
     found = chat.page.evaluate(PLACED, XSS[:16]) + chat.page.evaluate(PLACED, XSS[16:])

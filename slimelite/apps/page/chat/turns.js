@@ -105,10 +105,12 @@ function resultsElement(calls, send) {
 /**
  * Render the part of an answer that has arrived, again and again until its end. There is one request at a time. The
  * pause is several times as long as the request, so a long answer is rendered less often, and the model is not slowed.
+ * The end of the answer also ends the pause.
  */
 async function render(turn) {
   const view = views.get(turn);
   view.stale = true;
+  if (answerOf(turn).finish) view.endPause?.();
   if (view.rendering) return;
   view.rendering = true;
   while (view.stale && views.get(turn) === view && !showsTokens()) {
@@ -129,7 +131,10 @@ async function render(turn) {
         root.textContent = texts[i];
       }
     });
-    if (!answer.finish) await new Promise((resolve) => setTimeout(resolve, Math.max(50, 4 * (performance.now() - began))));
+    if (!answer.finish) {
+      const pause = Math.max(50, 4 * (performance.now() - began));
+      await new Promise((resolve) => { view.endPause = resolve; setTimeout(resolve, pause); });
+    }
   }
   view.rendering = false;
 }
