@@ -116,14 +116,13 @@ def _runs(one: Observed, _: Observed) -> Iterator[str]:
 
 @check("in time", "no call hangs or blocks the event loop")
 def _in_time(one: Observed, two: Observed) -> Iterator[str]:
-    for episode in [*one.episodes, *two.episodes]:
-        if _timed_out(episode):
-            yield f"after {episode['name']}: {episode['failure'][1]}; the remaining checks were not run"
-    hung = one.hung or two.hung
-    if hung is not None:
+    late, hung = next(filter(_timed_out, [*one.episodes, *two.episodes]), None), one.hung or two.hung
+    if late is not None:
+        yield f"after {late['name']}: {late['failure'][1]}; its process played no more episodes"
+    elif hung is not None:
         yield (
-            f"it hangs during {hung} and blocks Python's global lock or the event loop; the remaining checks were "
-            "not run"
+            f"it hangs during {hung} and blocks Python's global lock or the event loop; its process played no more "
+            "episodes"
         )
     lags = [lag for episode in one.episodes for lag in episode.get("lags", [])]
     long = [lag for lag in lags if lag > LAG_SECONDS]

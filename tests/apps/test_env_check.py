@@ -114,7 +114,9 @@ def test_a_call_without_an_answer_is_one_fault_whichever_process_made_it(
     )
     (finding,) = judge(*((cut, whole) if first else (whole, cut)))
     assert finding.check == "in time"
-    assert finding.says.startswith("after nonsense: step took longer than 5 s; ")
+    assert finding.says == "after nonsense: step took longer than 5 s; its process played no more episodes"
+    (finding,) = judge(cut, Observed(hung="nonsense")) if first else judge(Observed(hung="nonsense"), cut)
+    assert finding.says.startswith("after nonsense: "), "one fault, although each process has met it in another way"
 
 
 BLOCKING = """

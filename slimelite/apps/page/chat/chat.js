@@ -236,6 +236,7 @@ async function answer(turn = null, goesOn = false) {
   made.seconds = spent + (performance.now() - began) / 1000;
   view.root.classList.remove("writing");
   if (views.get(turn) === view) {
+    view.endPause?.(); // the model has ended
     if (!showsTokens()) render(turn);
     ended(turn, on);
     if (failure) failed(view, failure, goesOn ? () => answer(turn, true) : again);

@@ -105,12 +105,11 @@ function resultsElement(calls, send) {
 /**
  * Render the part of an answer that has arrived, again and again until its end. There is one request at a time. The
  * pause is several times as long as the request, so a long answer is rendered less often, and the model is not slowed.
- * The end of the answer also ends the pause.
+ * `endPause` of its view ends the pause early.
  */
 async function render(turn) {
   const view = views.get(turn);
   view.stale = true;
-  if (answerOf(turn).finish) view.endPause?.();
   if (view.rendering) return;
   view.rendering = true;
   while (view.stale && views.get(turn) === view && !showsTokens()) {
