@@ -15,8 +15,8 @@ READ = "read"
 
 
 class Reading:
-    """From time to time, prints the progress and the speed of reading ``total`` bytes. The output goes to the rank's
-    log."""
+    """Prints how many of ``total`` bytes have been read, and how fast, every `SAY_S` seconds. The lines go to the
+    rank's log."""
 
     def __init__(self, total: int) -> None:
         self._total, self._done = total, 0

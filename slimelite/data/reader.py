@@ -261,7 +261,7 @@ def _saved_table(files: Sequence[Path], name: str, part: slice, required: Sequen
 
 
 def _csv_rows(path: str, part: slice, required: Sequence[str], _optional: object) -> Iterator[Found]:
-    """The rows of `csv_texts`, in which messages are a list."""
+    """The rows of `csv_texts`. A cell with messages, which is text in a CSV file, becomes a list of messages."""
     for place, row in csv_texts(path, part, required):
         yield place, row if isinstance(row, str) else {name: _cell(cell) for name, cell in row.items()}
 

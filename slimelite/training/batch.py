@@ -349,8 +349,8 @@ class PackedSequences:
 
     @cached_property
     def own_blocks(self) -> Blocks:
-        """One block for each node, in the order of the tokens. ``queries`` and ``keys`` are empty, because the blocks
-        contain all tokens in their order."""
+        """One block for each node, in the order of the tokens. ``queries`` and ``keys`` are empty, because no token has
+        to be moved: the blocks contain all tokens in their order."""
         none, longest = self.cu_seqlens[:0], (self.max_length, self.max_length)
         return Blocks(none, none, self.cu_seqlens, self.cu_seqlens, longest)
 
