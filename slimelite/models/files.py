@@ -287,7 +287,8 @@ def load_weights(
     load = partial(kind.from_pretrained, path, config=config, trust_remote_code=False, **options)
     model = _load(path, unread, load, bar=True)
     if getattr(config, "quantization_config", None) is not None:
-        del model._weight_conversions  # would give the weights the names of quantized files in `as_filed`
+        # would give the weights the names of quantized files in `as_filed`; transformers 5.24 deletes it itself
+        model.__dict__.pop("_weight_conversions", None)
         for parameter in model.parameters() if "dtype" in options else ():
             # transformers converts MXFP4 to bf16 and ignores the option dtype
             parameter.data = parameter.data.to(options["dtype"])

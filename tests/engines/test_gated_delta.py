@@ -116,7 +116,7 @@ def test_every_weight_counts_after_a_change() -> None:
         weight.add_(0.03 * torch.sign(weight))
     right = Passes(pair.model).whole(pair.ids).log_softmax(-1)
     assert float((right - pair.right).abs().max()) > 0.01
-    torch.testing.assert_close(pair.fast.whole(pair.ids).log_softmax(-1), right, atol=2e-5, rtol=0)
+    torch.testing.assert_close(pair.fast.whole(pair.ids).log_softmax(-1), right, atol=2e-5, rtol=1e-5)
 
 
 def test_the_engine_computes_a_hybrid_without_transformers_layers(

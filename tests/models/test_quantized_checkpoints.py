@@ -96,6 +96,7 @@ def add_to_config(folder: Path, quantized: dict[str, object]) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantized}))
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_trainer_and_the_engine_read_the_same_weights(tmp_path: Path, family: str) -> None:
     meant = mxfp4_checkpoint(tmp_path) if family == "gpt_oss" else fp8_checkpoint(tmp_path, family)
@@ -117,6 +118,7 @@ def test_the_trainer_and_the_engine_read_the_same_weights(tmp_path: Path, family
     torch.testing.assert_close(torch.tensor(found), log_probs(model, prompt, tokens).float(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_run_saves_is_an_ordinary_model(tmp_path: Path, family: str) -> None:
     meant = mxfp4_checkpoint(tmp_path) if family == "gpt_oss" else fp8_checkpoint(tmp_path, family)
