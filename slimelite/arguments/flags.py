@@ -328,7 +328,7 @@ def sampling_setting(name: str, needs: Needs = ALWAYS, *, optional: bool = False
 
 
 def with_sampling(place: Literal["rollout", "eval", "dataset"], needs: Needs = ALWAYS) -> Callable[[type[T]], type[T]]:
-    """A decorator, to be written below `dataclass`. It adds fields for the sampling parameters of ``place`` to the
+    """A class decorator. Write it below `dataclass`. It adds fields for the sampling parameters of ``place`` to the
     class, after the field of the temperature.
 
     Parameters that the class declares itself stay unchanged. ``--eval-*`` flags are None unless they are given, and

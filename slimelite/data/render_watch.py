@@ -1,6 +1,6 @@
-"""Limits for rendering messages with a chat template of a stranger.
+"""Limits on time and memory for rendering messages, because a chat template may come from a stranger.
 
-A thread of its own looks at all renderings of this process, and stops those that take too much time or memory.
+One thread watches all renderings of this process. It stops those that take too much time or memory.
 """
 
 from __future__ import annotations
